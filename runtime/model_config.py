@@ -131,6 +131,7 @@ class ModelConfig:
     per_layer_input_dim: int = 0  # width of the per-layer inputs (Gemma 3n); 0: none
     per_layer_input_vocab: int = 0  # rows of their table; 0: no table
     per_layer_input_multiplier: float = 1.0
+    extra_embeddings_in_text: bool = False  # ... and that a prompt may hold as they are, where they do not stand for rows of images
     ngrams: NgramConfig | None = None
     head_bias: bool = False
     head_transform_act: str | None = None  # before the head come a matrix, this activation and a norm
@@ -149,6 +150,11 @@ class ModelConfig:
     @property
     def stored_layers(self) -> int:
         """How many layers have tensors of their own."""
+    @property
+    def prompt_vocab_size(self) -> int:
+        """A prompt may hold the token ids below this."""
+        return self.vocab_size + (self.extra_embeddings if self.extra_embeddings_in_text else 0)
+
         return self.num_hidden_layers // self.loops
 
     @property

@@ -39,6 +39,8 @@ SIGHTS = {"hyperclovax_vision_v2": {"model_type": "qwen2_5_vl_vision", "depth": 
           **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "image_size": 32}),
+          "apertus1p5": {"codebook_size": 16, "embed_dim": 8, "latent_channels": 8, "base_channels": 32, "num_res_blocks": 1,
+                         "channel_multiplier": [1, 1], "attn_resolutions": [], "resolution": 32},
           "ernie4_5_vl_moe": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8},
           "deepseek_ocr2": {"sam_config": {"hidden_size": 16, "mlp_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                                            "image_size": 32, "patch_size": 8, "output_channels": 8, "downsample_channels": [8, 32]},
@@ -59,7 +61,9 @@ SIGHTS = {"hyperclovax_vision_v2": {"model_type": "qwen2_5_vl_vision", "depth": 
           "muse_glimmer": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
           "nemotron_h_omni": {**SIGHT, "video_temporal_patch_size": 2},
           "step3p7": {**SIGHT, "patch_size": 14, "image_size": 28}}
-BESIDE = {"molmo2": {"adapter_config": {"vision_feature_layer": [-1, 0], "hidden_size": 32, "num_attention_heads": 2,
+BESIDE = {"apertus1p5": {"image_token_offset": 260, "audio_token_offset": 276, "audio_config": {
+              "model_type": "wavtokenizer_encoder", "codebook_size": 16}},
+          "molmo2": {"adapter_config": {"vision_feature_layer": [-1, 0], "hidden_size": 32, "num_attention_heads": 2,
                                          "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 16, "text_hidden_size": 64}},
           "nemotron_h_omni": {"vision_hidden_size": 32, "projector_hidden_size": 16, "audio_config": None},
           "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 32}}  # what a config says beside its parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,11 @@ import torch
 from config_samples import LLAMA, refused
 from conversions import options, run
 from export_models import exported, model, scores
+from family_models import CASES
 from gguf_samples import Reader
 from safetensors.torch import load_file, save_file
+from saved_models import saved
+from transformers import Apertus1p5Config
 
 from effllm import EffllmError
 from effllm.kernels import reference
@@ -27,7 +31,10 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.quant.weight import Linear, Norm, Weight, XieluParams
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_rope import RopeConfig
+from effllm.runtime.conversion.compressed_tensors import export_compressed
+from effllm.runtime.families import get
 from effllm.runtime.gguf import apertus
+from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.stores.unused_tensors import unused_tensors
 from effllm.runtime.tensors import check_tensors
 
@@ -132,6 +139,40 @@ def test_a_quantized_folder_keeps_its_curves(tmp_path: Path) -> None:
     ids = list(range(5, 90))
     expected, got = scores(source, ids), scores(tmp_path / "out", ids)
     assert 0 < np.square(got - expected).mean() < 1e-2 * np.square(expected).mean()
+
+
+# ---- Apertus 1.5: tokens of images and audio are read and never generated
+
+
+def later(**text: object) -> dict[str, object]:
+    """A config as transformers writes it."""
+    return json.loads(Apertus1p5Config(text_config={"output_vocab_size": 131_272, **text}).to_json_string())
+
+
+def test_the_head_of_a_later_model_has_no_rows_for_images_and_audio() -> None:
+    config = parse_config(later(), strict=True)
+    assert (config.family, config.vocab_size, config.extra_embeddings, config.tie_word_embeddings) == (
+        "apertus", 131_272, 266_752 - 131_272, False)
+    rules = get("apertus").outer_tensors(config)
+    assert rules["embed"].shape == (266_752, 4096) and rules["head"].shape == (131_272, 4096)
+    silent = parse_config({"model_type": "apertus1p5", "text_config": {"model_type": "apertus1p5_text", "output_vocab_size": 131_272}})
+    assert replace(silent, dtype=config.dtype, warnings=config.warnings) == config, "as transformers takes for granted"
+    assert parse_config(later(output_vocab_size=None), strict=True).extra_embeddings == 0
+    raw = later()
+    refused({**raw, "text_config": {**raw["text_config"], "output_vocab_size": 266_753}}, "output_vocab_size")
+    refused({**later(), "tie_word_embeddings": True}, "output_vocab_size")
+
+
+def test_a_later_model_is_quantized_but_not_exported_without_a_whole_head(tmp_path: Path) -> None:
+    saved(CASES["apertus1p5"], tmp_path / "source")
+    run(tmp_path / "source", tmp_path / "8bit", options("8bit"))
+    ids = list(range(220, 300))  # those of images and audio too
+    expected, got = scores(tmp_path / "source", ids), scores(tmp_path / "8bit", ids)
+    assert expected.shape[-1] == 260 and 0 < np.square(got - expected).mean() < 1e-2 * np.square(expected).mean()
+    with pytest.raises(EffllmError, match="fewer rows than its embedding"):
+        list(export_gguf(tmp_path / "source", tmp_path / "m.gguf", "F16", "m"))
+    with pytest.raises(EffllmError, match="as many rows in the head"):
+        list(export_compressed(tmp_path / "source", tmp_path / "out", "INT8"))
 
 
 # ---- GGUF files

@@ -171,6 +171,9 @@ RELATED = {
     "flex_olmo, shares add up, biases, tied, bfloat16": Case("flex_olmo", {
         "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 40, "norm_topk_prob": True, "attention_bias": True,
         "tie_word_embeddings": True, "num_key_value_heads": 1}, dtype="bfloat16"),
+    "apertus1p5": Case("apertus1p5_text", {"head_dim": 32, "output_vocab_size": 260}, inside="apertus1p5"),
+    "apertus1p5_text, whole head, tied, bfloat16": Case("apertus1p5_text", {
+        "vocab_size": 301, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1}, dtype="bfloat16"),
     "sarvam_moe": Case("sarvam_moe", {**GLM_EXPERTS, "head_dim": 32, "vocab_size": 301}),
     "sarvam_moe, one shared, tied, bfloat16": Case("sarvam_moe", {
         **GLM_EXPERTS, "head_dim": 16, "tie_word_embeddings": True, "num_key_value_heads": 1, "n_shared_experts": 1}, dtype="bfloat16"),

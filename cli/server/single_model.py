@@ -109,7 +109,7 @@ class SingleModelService:
 
     def check_token_ids(self, ids: Sequence[int], param: str) -> None:
         """Check token ids before they are decoded. Raises Problem for one outside the vocabulary."""
-        vocab_size = self.served.config.vocab_size
+        vocab_size = self.served.config.prompt_vocab_size
         if (invalid := next((each for each in ids if not 0 <= each < vocab_size), None)) is not None:
             raise Problem(400, f"token id {invalid} is outside the vocabulary of {vocab_size}", param=param,
                           hint="ids are those of /tokenize")

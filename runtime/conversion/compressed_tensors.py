@@ -115,6 +115,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     why = NOT_WRITTEN.get(config.family) or (RECURRENT if config.recurrent is not None else "")
     if config.listwise_reranker:
         why = "no other tool is known to load its listwise ranking head"
+    if config.extra_embeddings:
+        why = why or "other tools expect as many rows in the head as in the embedding"
     if config.family in STACKED_FAMILIES and config.qk_norm_per_head:
         why = "other tools expect separate norms for each head"
     if why:

@@ -83,6 +83,11 @@ class EncoderConfig:
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def prompt_vocab_size(self) -> int:
+        """A text may hold the token ids below this."""
+        return self.vocab_size
+
+    @property
     def num_key_value_heads(self) -> int:
         return self.kv_heads or self.num_attention_heads
 

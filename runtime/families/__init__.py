@@ -85,7 +85,8 @@ NEMOTRON_OMNI = ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3", "Nemotro
 NEMOTRON_VISION = (*NEMOTRON_OMNI, "NemotronH_Nano_VL_V2")  # of the last only the text part is read
 HYPERCLOVAX_VISION = ("hyperclovax_vision_v2", "vlm")  # as transformers has it, and as published
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
-    "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "blip-2": ("opt",), "cohere2_vision": ("cohere2", "cohere2_moe"),
+    "apertus1p5": ("apertus1p5_text",), "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "blip-2": ("opt",),
+    "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), **dict.fromkeys(("deepseek_ocr", "deepseek_ocr2"), ("deepseek_ocr2_text",)),
     "embedding_gemma2": ("embedding_gemma2_text",),
     **dict.fromkeys(("ernie4_5_moe_vl", "ernie4_5_vl_moe"), ("ernie4_5_vl_moe_text",)),
@@ -117,21 +118,20 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Composites whose text tensors `stores/composite.py` renames to those of a text-only checkpoint; of the others the families know the
 # prefixes.
-PREFIX_STRIPPED = (*NEMOTRON_VISION, *HYPERCLOVAX_VISION, "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass",
-                   "deepseek_ocr", "deepseek_ocr2", "deepseek_vl", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "glm46v",
-                   "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "got_ocr2", "granite4_vision", "granite_docling",
-                   "granite_speech",
-                   "hunyuan_vl", "idefics2", "idefics3", "internvl", "internvl_chat", "janus", "kimi_k25", "kimi_vl", "lfm2_vl", "lfm3_vl",
-                   "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision", "llava_qwen2", "minicpm_ocr", "minicpmv4_6",
-                   "minicpmv4_7",
-                   "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma", "perception_lm",
-                   "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl",
-                   "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "voxtral")
+PREFIX_STRIPPED = (*NEMOTRON_VISION, *HYPERCLOVAX_VISION, "apertus1p5", "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision",
+                   "cohere_compass", "deepseek_ocr", "deepseek_ocr2", "deepseek_vl", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5",
+                   "fast_vlm", "glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "got_ocr2", "granite4_vision",
+                   "granite_docling", "granite_speech", "hunyuan_vl", "idefics2", "idefics3", "internvl", "internvl_chat", "janus",
+                   "kimi_k25", "kimi_vl", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
+                   "llava_qwen2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer",
+                   "ovis2", "paddleocr_vl", "paligemma", "perception_lm", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio",
+                   "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7",
+                   "unlimited_ocr", "voxtral")
 CAUSAL_LM_COMPOSITES = ("llava_qwen2",)  # their architectures end in ForCausalLM
 PREFIX_LM = ("paligemma",)  # prompts with images are bidirectional
 # A `model_type` that is another name of a family -> the family.
 MODEL_TYPE_ALIASES: Mapping[str, str] = {
-    "AXK1": "axk1",
+    "AXK1": "axk1", "apertus1p5_text": "apertus",
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
     "granite4_vision_text": "granite", "granite_docling_text": "granite",
@@ -146,6 +146,7 @@ _QWEN2_VL = {"bos_token_id": 151_643, "eos_token_id": 151_645, "max_window_layer
              "rope_theta": 1e6}
 # Such a `model_type` -> defaults of absent keys, where they differ from the family's.
 MODEL_TYPE_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "apertus1p5_text": {"vocab_size": 266_752},
     "gemma4_unified_text": {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262_144, "sliding_window": 1024},
     "glm4v_moe_text": {"attention_bias": True, "max_position_embeddings": 65_536, "num_nextn_predict_layers": 0, "vocab_size": 151_424},
     "glm4v_text": {"head_dim": None, "max_position_embeddings": 32_768, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},

@@ -1,5 +1,8 @@
-"""Apertus (8B, 70B): the Llama block with QK norms and an ungated MLP whose activation has two learned numbers per layer (xIELU, arXiv
-2411.13010)."""
+"""Apertus (8B, 70B) and Apertus 1.5's text part: the Llama block with QK norms and an ungated MLP whose activation has two learned numbers
+per layer (xIELU, arXiv 2411.13010).
+
+Apertus 1.5 reads tokens of images and sounds, which it never generates: its embedding has rows for them, its head has none.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,18 @@ def config(keys: Keys) -> ModelConfig:
         overrides["rope_parameters"] = DEFAULT_ROPE
     bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=65_536, bos=1, eos=(2,), norm_eps=1e-5, theta=THETA, sizes=SIZES)
+    rows = base.size(keys, "vocab_size")
+    overrides["vocab_size"] = keys.integer("output_vocab_size", rows, high=rows)
     config = decoder_config(keys.with_values(**overrides), base, qkv_bias=bias, o_bias=bias, qk_norm=True)
     above, below = (_layer_numbers(keys, name, config.num_hidden_layers) for name in XIELU_KEYS)
     if (above is None) != (below is None):
         raise ConfigError(f"config.json: {XIELU_KEYS[above is not None]} is missing")
-    return replace(config, hidden_act=ACT, activation_params=() if above is None else tuple(zip(above, below)))
+    extra = rows - config.vocab_size
+    if extra and config.tie_word_embeddings:
+        raise ConfigError(f"config.json: output_vocab_size {config.vocab_size} is not vocab_size {rows}, beside tie_word_embeddings = true",
+                          "a head with fewer rows than the embedding cannot be the embedding")
+    return replace(config, hidden_act=ACT, activation_params=() if above is None else tuple(zip(above, below)), extra_embeddings=extra,
+                   extra_embeddings_in_text=extra > 0)
 
 
 def _layer_numbers(keys: Keys, name: str, layers: int) -> list[float] | None:
@@ -60,6 +70,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         return rules
     return rules | {"curve_above": TensorRule(f"{prefix}mlp.act_fn.alpha_p", (1,)),
                     "curve_below": TensorRule(f"{prefix}mlp.act_fn.alpha_n", (1,))}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    """Embedding, with rows for tokens that are never generated, final norm and head."""
+    rules = llama.outer_tensors(config)
+    return rules | {"embed": replace(rules["embed"], shape=(config.vocab_size + config.extra_embeddings, config.hidden_size))}
 
 
 def _mlp_half(x: object, at: Layer) -> object:

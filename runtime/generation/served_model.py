@@ -277,7 +277,7 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
 
     def check_token_ids(self, ids: Sequence[int]) -> list[int]:
         """Token ids sent by a client. Raises UsageError for an id outside the vocabulary."""
-        return check_token_ids(ids, self.engine.config.vocab_size)
+        return check_token_ids(ids, self.engine.config.prompt_vocab_size)
 
     def _choice(self, options: GenerationOptions) -> AdapterScales:
         return self.default_scales if options.choice is None else options.choice

@@ -152,6 +152,7 @@ def _export_limits(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield from _scale_limits(config)
     yield config.bidirectional, "uses bidirectional attention"
     yield config.listwise_reranker, "has a listwise ranking head"
+    yield config.extra_embeddings > 0, "reads tokens that it never generates: its head has fewer rows than its embedding"
     yield from _layer_limits(config)
     yield from recurrent_layers.export_limits(config)
     if family == deci.FAMILY:

@@ -39,7 +39,7 @@ class Scoring:
     def check_prompt(self, ids: Sequence[int]) -> None:
         """Raises UsageError for a prompt that this model cannot continue."""
         require_text_generation(self.model.config)
-        check_token_ids(ids, self.model.config.vocab_size, self.media)
+        check_token_ids(ids, self.model.config.prompt_vocab_size, self.media)
 
     def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
         """Run `ids` after the tokens in the cache; logits float32 [len(ids), V], a view."""

@@ -37,7 +37,7 @@ OUTER_HARMLESS = frozenset({
     "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id",
     "weight_share_add_bias", "window_size"})
 # Composite models whose head is not tied by default; that of all others is.
-UNTIED = ("deepseek_ocr", "deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni",
+UNTIED = ("apertus1p5", "deepseek_ocr", "deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni",
           "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
 # Untied by default too, and tied if either the outer object or text_config says so; a head that is stored nevertheless is used.
 TIED_AS_TEXT = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision", "internvl_chat",
@@ -50,6 +50,7 @@ BUILTIN_CODE = ("deepseek_ocr", "deepseek_ocr2", "ernie4_5_moe_vl", "internvl_ch
               "unlimited_ocr", *families.HYPERCLOVAX_VISION, *families.NEMOTRON_VISION)
 # Further keys of the outer objects of some models that do not concern the text part.
 OUTER_KEYS: Mapping[str, frozenset[str]] = {
+    "apertus1p5": frozenset({"audio_token_offset", "image_token_offset"}),
     "internvl_chat": frozenset({
         "dynamic_image_size", "force_image_size", "hidden_size", "llm_config", "max_dynamic_patch", "min_dynamic_patch",
         "output_attentions", "pad2square", "ps_version", "select_layer", "system_message", "template", "use_backbone_lora",

@@ -28,12 +28,12 @@ HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cache
                       rf"decoder\.version|position_ids|early_exit_gate\..+|layers\.\d+\.ple\.ple_embedding\.(?:layer_multipliers|ngram_heads_\w+)|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED_ENDINGS)}))")
 # Names of vision, audio and speech modules in published checkpoints.
 ENCODER_PARTS = (
-    "aligner", "audio_tower", "code2wav", "connector", "density_router", "embed_audio", "embed_vision", "generation_aligner",
-    "generation_embeddings", "generation_head", "layerwise_projectors", "merger", "mlp1", "mlp_AR", "mm_projector",
+    "aligner", "audio_tokenizer", "audio_tower", "code2wav", "connector", "density_router", "embed_audio", "embed_vision",
+    "generation_aligner", "generation_embeddings", "generation_head", "layerwise_projectors", "merger", "mlp1", "mlp_AR", "mm_projector",
     "multi_modal_projector", "patch_merge_mlp", "patch_merger", "pre_mm_projector_norm", "projector", "resampler_model", "sound_encoder",
     "sound_projection", "spatial_projectors", "talker", "token2wav", "vision_adapter", "vision_backbone", "vision_embedder",
     "vision_encoder", "vision_final_layernorm", "vision_language_adapter", "vision_model", "vision_projection", "vision_projector",
-    "vision_tower", "visual", "visual_embeddings_table", "vit", "vit_large_projector", "vqmodel")
+    "vision_tokenizer", "vision_tower", "visual", "visual_embeddings_table", "vit", "vit_large_projector", "vqmodel")
 ENCODER_TENSORS = re.compile(r"(?:model\.)?encoder\..+|(?:.*\.)?(?:image_newline|view_sep[ae]rator|(?:qwen2_model|sam_model)\..+|"
                    rf"(?:{'|'.join(ENCODER_PARTS)})\..+)")
 # Vision and audio tensors, or a tied head, of multimodal families that are not in COMPOSITE.
