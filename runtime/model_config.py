@@ -60,6 +60,8 @@ class ModelConfig:
     attn_scale: float | None = None  # multiplies scores; None: head_dim ** -0.5
     attn_logit_softcapping: float | None = None
     alibi_slopes: tuple[float, ...] = ()  # by query head (ALiBi); heads are then projected `v_head_dim` wide and padded to `head_dim`
+    # (e, n): in layers without rotary positions queries are multiplied by (1 + (p + 1) / n) ** e at position p
+    nope_query_scaling: tuple[float, int] | None = None
     query_position_scaling: bool = False  # queries are scaled by their position, with learned numbers of each head
     learned_rope_alpha: bool = False  # the checkpoint holds factors of the rotary frequencies
     output_gate: bool = False  # attention output is gated, by a matrix of its own
@@ -113,6 +115,7 @@ class ModelConfig:
     parallel_block: bool = False  # attention and MLP both read the layer's input, in families with both kinds of blocks
     parallel_block_norms: bool = False  # ... each through a norm of its own
     residual_multiplier: float = 1.0
+    depth_scaled_residual: bool = False  # branch n, from 2 on, is added as 1/sqrt(n) of the stream: the norms' epsilons grow by n instead
     layer_scalars: bool = False  # a layer's output is multiplied by a number of its own
     multipliers: tuple[tuple[str, float], ...] = ()  # (role, factor) of a tensor's values, or of a matrix' output
     low_rank_dim: int = 0  # width of low-rank branches beside a layer's input (LAuReL) or a shared block; 0: none
@@ -128,10 +131,10 @@ class ModelConfig:
     embedding_norm: bool = False  # embeddings are normed, without a weight
     position_offset: int | None = None  # row of the learned positions' table for position 0; None: no such table
     extra_embeddings: int = 0  # rows of the embedding behind those of the vocabulary, for tokens that are never generated
+    extra_embeddings_in_text: bool = False  # ... and that a prompt may hold as they are, where they do not stand for rows of images
     per_layer_input_dim: int = 0  # width of the per-layer inputs (Gemma 3n); 0: none
     per_layer_input_vocab: int = 0  # rows of their table; 0: no table
     per_layer_input_multiplier: float = 1.0
-    extra_embeddings_in_text: bool = False  # ... and that a prompt may hold as they are, where they do not stand for rows of images
     ngrams: NgramConfig | None = None
     head_bias: bool = False
     head_transform_act: str | None = None  # before the head come a matrix, this activation and a norm
@@ -148,13 +151,13 @@ class ModelConfig:
     warnings: tuple[str, ...] = ()
 
     @property
-    def stored_layers(self) -> int:
-        """How many layers have tensors of their own."""
-    @property
     def prompt_vocab_size(self) -> int:
         """A prompt may hold the token ids below this."""
         return self.vocab_size + (self.extra_embeddings if self.extra_embeddings_in_text else 0)
 
+    @property
+    def stored_layers(self) -> int:
+        """How many layers have tensors of their own."""
         return self.num_hidden_layers // self.loops
 
     @property

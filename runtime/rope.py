@@ -74,6 +74,14 @@ class LogPositions(RopeTable):
         return logs, np.zeros_like(logs)
 
 
+class QueryPowerScaling(RopeTable):
+    """Without rotation, for queries of layers without rotary positions; `growth` is (e, n) of `ModelConfig.nope_query_scaling`."""
+
+    def scale(self, positions: np.ndarray) -> np.ndarray:
+        exponent, length = self.growth
+        return np.exp(F32(exponent) * np.log1p((np.asarray(positions, F32) + F32(1)) / F32(length))).reshape(-1, 1)
+
+
 LOG_POSITIONS = LogPositions(np.ones(1, F32), 1.0, 2)
 
 
@@ -185,16 +193,23 @@ def query_scaling_table(growth: tuple[float, int], width: int) -> RopeTable:
     return RopeTable(np.zeros(width // 2, F32), 1.0, width, growth)
 
 
+def nope_table(growth: tuple[float, int], head_dim: int) -> RopeTable:
+    """A table that rotates nothing and scales queries [head_dim] by their position, see `QueryPowerScaling`."""
+    still = np.zeros(head_dim // 2, F32)
+    return RopeTable(still, 1.0, head_dim, queries=QueryPowerScaling(still, 1.0, head_dim, growth))
+
+
 def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
     """Each layer's rotary table for a context; layers of one kind share theirs."""
     tables: dict[tuple[int, int], RopeTable] = {}  # by identity of the RopeConfig, and head dimension
     if config.alibi_slopes:
         return [ALIBI] * config.num_hidden_layers
+    nope = None if config.nope_query_scaling is None else nope_table(config.nope_query_scaling, config.rotary_head_dim)
 
     def of_layer(layer: int, rope: RopeConfig | None) -> RopeTable | None:
         size = config.kv_heads_of(layer)[1] if config.layer_kv_heads and config.mla is None else config.rotary_head_dim
         if rope is None:
-            return None
+            return nope
         if (id(rope), size) not in tables:
             table = rope_table(rope, size, ctx, config.max_position_embeddings)
             if config.mla is not None and table.queries is not None:

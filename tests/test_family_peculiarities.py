@@ -79,6 +79,10 @@ PECULIAR = {
     "bailing_hybrid": [{"moe": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"num_groups": 1, "top_groups": 1},
                                                       {"correction_bias": False}, {"routed_scale": 1.0})] + [
         {"norm_eps": 1e-1}, {"attn_scale": 0.3}, {"recurrent": {"decay_bound": None}}, {"recurrent": {"decay_bound": -5.0}}],
+    "beam": [{"moe": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"num_groups": 1, "top_groups": 1},
+                                        {"correction_bias": False}, {"routed_scale": 1.0})] + [
+        {"windows": (None,) * 4}, {"ropes": 1}, {"ropes": 0}, {"norm_eps": 1e-1}, {"nope_query_scaling": None},
+        {"depth_scaled_residual": False}, {"final_logit_softcapping": None}],
     "flint": [{"moe": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"shared_expert_dim": None})] + [
         {"windows": (None,) * 5}, {"ropes": 0}, {"ropes": 2}, {"norm_eps": 1e-1}],
     "lara_mini": [{"moe": each} for each in ({"renormalise": False}, {"shared_expert_dim": None})] + [

@@ -101,7 +101,7 @@ FAMILIES = {"mixtral": 12, "mixtral, window, bfloat16": 12, "qwen3_moe": 20, "qw
             "olmoe": 24, "olmoe, one expert, float16": 6, "qwen2_moe": 20, "qwen2_moe, some layers dense, bfloat16": 13, "glm4_moe": 13,
             "granitemoe": 20, "ernie4_5_moe": 14, "qwen3_5_moe_text": 26, "qwen3_next": 26, "mellum": 13, "llama4_text": 9, "afmoe": 20,
             "bailing_hybrid": 32, "flint": 24, "kolibri1": 40, "laguna": 13, "mimo_v2_flash": 13, "step3p7": 26, "axk1": 13,
-            "longcat_flash": 13, "qwen4_exp_text": 13, "lara_mini": 32,
+            "longcat_flash": 13, "qwen4_exp_text": 13, "lara_mini": 32, "beam": 20,
             "phimoe": 14, "granitemoe_swa": 20, "bailing_moe_v2": 13, "hy_v3": 13, "cohere2_moe": 14, "flex_olmo": 16,
             "llama4_text, two of a token, dense layers, bfloat16": 8, "dots1": 13, "lfm2_moe": 20,
             "granitemoehybrid, experts, bfloat16": 12, "granitemoeshared": 16, "hunyuan_v1_moe": 20,

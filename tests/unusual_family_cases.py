@@ -16,6 +16,11 @@ ERNIE = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": [40, 24], "
          **rope("default", mrope_section=[3, 3, 2])}
 HY_4 = {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "hc_mult": 2, "index_topk": 300,
         "index_head_dim": 32, "index_n_heads": 8, "initializer_range": 0.15, "rope_interleave": False}  # as transformers turns them
+# An epsilon so large that each norm's shows.
+BEAM = {"num_hidden_layers": 4, "head_dim": 32, "sliding_window": 40, "moe_intermediate_size": 40, "num_experts": 12,
+        "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "rms_norm_eps": 1e-2, "final_logit_softcapping": 3.0,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", *["sparse"] * 3], "initializer_range": 0.12}
 NEWEST = {
     "ernie4_5_vl_moe": Case("ernie4_5_vl_moe_text", ERNIE, inside="ernie4_5_vl_moe"),
     "ernie4_5_vl_moe, nothing shared, other layers, bfloat16": Case("ernie4_5_vl_moe_text", {
@@ -34,6 +39,13 @@ NEWEST = {
         "indexer_types": ["full", "shared", "full", "full"], "linear_lower_bound": None, "hc_mult": 3, "hc_sinkhorn_iters": 3,
         "mlp_layer_types": ["dense", "sparse"] * 2, "n_group": 4, "topk_group": 2, "index_kpool": 4, "index_topk": 100,
         "norm_topk_prob": False}, dtype="bfloat16", inside="glm5_next"),
+    "beam": Case("beam", {**BEAM, "vocab_size": 301}),
+    "beam, positions everywhere, other layers, biases, tied, bfloat16": Case("beam", {
+        **BEAM, "sliding_window": 150, "attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 1, "n_group": 1,
+        "topk_group": 1, "norm_topk_prob": False, "final_logit_softcapping": None, "layer_types": [
+            "full_attention", "sliding_attention", "sliding_attention", "full_attention"], "mlp_layer_types": ["sparse", "dense"] * 2,
+        "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 50_000.0},
+                            "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}}, dtype="bfloat16"),
     "diffllama": Case("diffllama", {"head_dim": 32, "vocab_size": 301}),
     "diffllama, biases, as many keys, tied, bfloat16": Case("diffllama", {
         "num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 4,

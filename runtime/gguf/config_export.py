@@ -68,7 +68,7 @@ UNTESTED_REASON = ": exporting them is not supported"
 UNSUPPORTED_REASONS = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "helium",
                                         "hyperclovax", "lfm3", "longcat_flash", "minimax", "molmo2_text", "olmo_hybrid", "persimmon",
                                 "nanbeige", "ouro", "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTESTED_REASON),
-                       **dict.fromkeys(("codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "lara_mini",
+                       **dict.fromkeys(("beam", "codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "lara_mini",
                                         "mistral_large4_text", "modernbert_decoder", "nanochat", "zamba2", "zaya"),
                                        ": llama.cpp does not support them"),
                        "ministral": ": llama.cpp ignores their sliding windows",

@@ -29,7 +29,7 @@ BASE, OLDER_BASE = "model.", "backbone."
 BASE_PARTS = ("layers.", "embed_tokens.", "embedding_projection.", "norm.", "ple.")
 # Family -> module of a layer that holds the router and the experts.
 EXPERT_PREFIXES = {
-    **dict.fromkeys(("afmoe", "axk1", "axk2", "bailing_hybrid", "bailing_moe_v2", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    **dict.fromkeys(("afmoe", "axk1", "axk2", "bailing_hybrid", "bailing_moe_v2", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3",
                      "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite",
                      "glm5_next", "glm5_next_text", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "hy_v4", "kolibri1", "laguna", "lara_mini",
                      "mellum", "mimo_v2_flash", "minimax_m3_vl", "minimax_m3_vl_text", "mistral4", "mistral_large4",

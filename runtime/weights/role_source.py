@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from .streamed_weights import StreamedWeights
 
 POST_NORMS = ("o_norm", "down_norm")  # of the outputs of attention and MLP, with `ModelConfig.post_norm_eps`
+
+STREAM_NORMS = ("input_norm", "post_norm")  # read the residual stream, the first of a layer and the second
 
 
 def build_norm(config: ModelConfig, weight: object, bias: object | None, kind: str | None = None, eps: float | None = None) -> Norm:
@@ -84,6 +86,13 @@ class RoleSource:
         weight = self.weight(role)
         return weight and Linear(weight, self.vector(f"{role}_bias"), self.adapters.beside(self.layer, role, self.ops))
 
+    def gate(self, role: str) -> Linear | None:
+        """A matrix of gates by head; a bias may have one value for a head, which all its channels share."""
+        made = self.linear(role)
+        if made is None or made.bias is None or len(made.bias) == made.weight.shape[0]:
+            return made
+        return replace(made, bias=self.put(np.repeat(self.values(f"{role}_bias"), made.weight.shape[0] // len(made.bias))))
+
     def low_rank(self, down: str, up: str, post_norm: str = "") -> LowRank | None:
         """A low-rank projection, from the roles of its matrices and of its norm, if it has one."""
         if down not in self.roles:
@@ -96,6 +105,8 @@ class RoleSource:
             return None
         weight = self.shaped(role) if len(self.roles[role].shape) > 1 else self.vector(role)
         eps = self.config.post_norm_eps if role in POST_NORMS else None
+        if self.config.depth_scaled_residual and role in STREAM_NORMS:
+            eps = self.config.norm_eps * (2 * self.layer + 1 + STREAM_NORMS.index(role))
         return build_norm(self.config, weight, self.vector(f"{role}_bias"), eps=eps)
 
     def constant_norm(self, size: int, weight: np.ndarray | float = 1.0, kind: str = "rms") -> Norm:

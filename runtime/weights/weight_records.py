@@ -172,7 +172,7 @@ class WeightRecords:
             down=linear("down"),
             v_norm=v_norm,
             sinks=vector("sinks"),
-            attn_gate=linear("attn_gate"),
+            attn_gate=source.gate("attn_gate"),
             attn_sub_norm=attn_sub_norm,
             query_scaling=query_scaling(source),
             alibi_channels=self._position_channels(ops) if config.alibi_slopes or config.dynamic_mask else None,
@@ -249,7 +249,8 @@ class WeightRecords:
             return Norm("none")
         if config.unweighted_norms:
             return source.constant_norm(config.hidden_size, kind=config.norm_kind)
-        return build_norm(config, source.vector("norm"), source.vector("norm_bias"), config.final_norm_kind)
+        eps = config.norm_eps * (2 * config.num_hidden_layers + 1) if config.depth_scaled_residual else None
+        return build_norm(config, source.vector("norm"), source.vector("norm_bias"), config.final_norm_kind, eps)
 
     def before_head(self, raw: Mapping[str, np.ndarray]) -> PreHead | None:
         """The transform between the last norm and the head, if there is one."""
