@@ -36,7 +36,7 @@ SIGHTS = {"hyperclovax_vision_v2": {"model_type": "qwen2_5_vl_vision", "depth": 
           **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "num_position_embeddings": 16}),
-          **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {
+          **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v", "glmga"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "image_size": 32}),
           "apertus1p5": {"codebook_size": 16, "embed_dim": 8, "latent_channels": 8, "base_channels": 32, "num_res_blocks": 1,
@@ -368,6 +368,9 @@ MORE_CASES = {
     "glm4v": Case("glm4v_text", placed(1, 1, 2, partial_rotary_factor=0.5), inside="glm4v"),
     "glm4v_moe, bfloat16": Case("glm4v_moe_text", {**GLM_EXPERTS, **placed(1, 1, 2, partial_rotary_factor=0.5)}, dtype="bfloat16",
                                 inside="glm4v_moe"),
+    "glmga": Case("glm4v_text", placed(1, 1, 2, partial_rotary_factor=0.5), inside="glmga"),
+    "glmga, mixture, bfloat16": Case("glm4v_moe_text", {**GLM_EXPERTS, **placed(1, 1, 2, partial_rotary_factor=0.5)}, dtype="bfloat16",
+                                     inside="glmga"),
     # Inside one of these transformers leaves the divisor of logits out, which llama.cpp and vLLM do not.
     "cohere2_vision": Case("cohere2", {"sliding_window": 40, "logit_scale": 1.0}, inside="cohere2_vision"),
     "aya_vision, bfloat16": Case("cohere2", {"sliding_window": 40, "logit_scale": 1.0}, dtype="bfloat16", inside="aya_vision"),

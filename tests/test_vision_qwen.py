@@ -1,10 +1,13 @@
-"""Qwen 2 VL, 2.5 VL, 3 VL and 3.5, GLM 4.1V to 4.6V, GLM-OCR, PaddleOCR-VL and LFM3-VL: patches, rows, embeddings for early layers, and
-tokens are those of transformers."""
+"""Qwen 2 VL, 2.5 VL, 3 VL and 3.5, GLM 4.1V to 4.6V, Glmga, GLM-OCR, PaddleOCR-VL and LFM3-VL: patches, rows, embeddings for early
+layers, and tokens are those of transformers."""
+
+import json
 
 import numpy as np
 import pytest
 import torch
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glmga.image_processing_pil_glmga import GlmgaImageProcessorPil, smart_resize
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vision_models import PICTURES, SHAPES, assert_encodes_as, open_encoder, save_random_model
@@ -20,6 +23,7 @@ CASES = {
     "qwen2_vl": ("qwen2_vl", {"depth": 3, "embed_dim": 48, "hidden_size": 48, "num_heads": 3, "mlp_ratio": 2, "patch_size": 7},
                  {"model_type": "qwen2_vl_text", **ROPE}),
     "glm4v": ("glm4v", GLM, {"model_type": "glm4v_text", **ROPE}),
+    "glmga": ("glmga", {**GLM, "model_type": "glm4v_vision"}, {"model_type": "glm4v_text", **ROPE}),
     "glm4v_moe": ("glm4v_moe", {**GLM, "attention_bias": True}, {"model_type": "glm4v_moe_text", **ROPE, "n_routed_experts": 4,
                                                                   "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "glm_ocr": ("glm_ocr", {**TOWER, "patch_size": 8, "rms_norm_eps": 1e-5}, {"model_type": "glm_ocr_text", **ROPE}),
@@ -40,10 +44,27 @@ def qwen(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("qwen")
     family, vision, text = CASES[request.param]
     model = save_random_model(family, folder, text, vision, ["<|image_pad|>", "<|image|>"], image_token_id=4096)
-    kind = {"glm": Glm4vImageProcessorPil, "pad": PaddleOCRVLImageProcessorPil}.get(family[:3], Qwen2VLImageProcessorPil)
+    kinds = {"glm": Glm4vImageProcessorPil, "pad": PaddleOCRVLImageProcessorPil}
+    kind = GlmgaImageProcessorPil if family == "glmga" else kinds.get(family[:3], Qwen2VLImageProcessorPil)
     processor = kind(patch_size=vision["patch_size"], size={"shortest_edge": 60 * 60, "longest_edge": 100 * 100})
     processor.save_pretrained(folder)
     return folder, model, processor
+
+
+def test_sizes_of_glmga_are_multiples_of_several_merged_patches(tmp_path):
+    family, vision, text = CASES["glmga"]
+    save_random_model(family, tmp_path, text, vision, ["<|image_pad|>", "<|image|>"], image_token_id=4096)
+    least, most, sizes = 60 * 60, 100 * 100, [(70, 50), (20, 90), (150, 130), (9, 33), (80, 80)]
+    GlmgaImageProcessorPil(patch_size=8, size={"shortest_edge": least, "longest_edge": most}).save_pretrained(tmp_path)
+    grids = []
+    for factor in (1, 2):
+        path = tmp_path / "preprocessor_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "patch_expand_factor": factor}))
+        expected = [tuple(side // 8 for side in smart_resize(2, *size, 2, 8 * 2 * factor, least, most)) for size in sizes]
+        sight = open_encoder(tmp_path)
+        assert [sight.grid(*size) for size in sizes] == expected
+        grids.append(expected)
+    assert grids[0] != grids[1]
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -11,6 +11,7 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
+from transformers.models.glmga.image_processing_pil_glmga import GlmgaImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
 from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
@@ -246,6 +247,11 @@ CASES = {
               {**QWEN, "image_size": 48, "rms_norm_eps": 1e-5}, ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
               {"image_token_id": FIRST, "image_start_token_id": FIRST + 1, "image_end_token_id": FIRST + 2},
               Glm4vImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 120 * 120})),
+    "glmga": ({"model_type": "glm4v_text", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}},
+              {**QWEN, "model_type": "glm4v_vision", "image_size": 48, "rms_norm_eps": 1e-5},
+              ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
+              {"image_token_id": FIRST, "image_start_token_id": FIRST + 1, "image_end_token_id": FIRST + 2},
+              GlmgaImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 120 * 120})),
     "glm5_next": ({"model_type": "glm5_next_text", "num_hidden_layers": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20,
                    "qk_rope_head_dim": 0, "v_head_dim": 28, "num_key_value_heads": 2, "linear_head_dim": 24, "linear_num_heads": 2,
                    "index_topk": 320, "index_kpool": 16, "index_head_dim": 32, "index_n_heads": 8, "hc_mult": 4, "rope_parameters": None,

@@ -94,6 +94,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "unlimited_ocr": ("unlimited_ocr_text",),
     "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "glm_ocr": ("glm_ocr_text",),
+    "glmga": ("glm4v_text", "glm4v_moe_text"),
     "glmasr": ("llama",),
     "glm5_next": ("glm5_next_text",), "granite4_vision": ("granite4_vision_text", "granite"),
     "got_ocr2": ("qwen2",), "granite_docling": ("granite_docling_text",),
@@ -120,13 +121,13 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
 # prefixes.
 PREFIX_STRIPPED = (*NEMOTRON_VISION, *HYPERCLOVAX_VISION, "apertus1p5", "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision",
                    "cohere_compass", "deepseek_ocr", "deepseek_ocr2", "deepseek_vl", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5",
-                   "fast_vlm", "glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "got_ocr2", "granite4_vision",
+                   "fast_vlm", "glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision",
                    "granite_docling", "granite_speech", "hunyuan_vl", "idefics2", "idefics3", "internvl", "internvl_chat", "janus",
                    "kimi_k25", "kimi_vl", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
-                   "llava_qwen2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer",
-                   "ovis2", "paddleocr_vl", "paligemma", "perception_lm", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio",
-                   "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7",
-                   "unlimited_ocr", "voxtral")
+                   "llava_qwen2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama",
+                   "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma", "perception_lm", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl",
+                   "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm",
+                   "step3p7", "unlimited_ocr", "voxtral")
 CAUSAL_LM_COMPOSITES = ("llava_qwen2",)  # their architectures end in ForCausalLM
 PREFIX_LM = ("paligemma",)  # prompts with images are bidirectional
 # A `model_type` that is another name of a family -> the family.

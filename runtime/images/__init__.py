@@ -35,7 +35,7 @@ VISION_ENCODERS: dict[str, str] = {
     "deepseek_ocr": "deepseek_ocr", "deepseek_ocr2": "deepseek_ocr2", "deepseek_vl": "deepseek_vl",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe", "ernie4_5_vl_moe": "ernie4_5_vl_moe", "exaone4_5": "exaone4_5", "fast_vlm": "fast_vlm",
     "gemma3": "gemma3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
-    "glm5_next": "glm5_next", "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
+    "glm5_next": "glm5_next", "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v", "glmga": "glm4v",
     "granite4_vision": "granite4_vision",
     "got_ocr2": "got_ocr2", "granite_docling": "granite_docling", "hunyuan_vl": "hunyuan_vl",
     "idefics2": "idefics2", "idefics3": "idefics3", "internvl": "internvl", "internvl_chat": "internvl_chat", "janus": "janus",

@@ -1,5 +1,9 @@
-"""GLM 4.1V, 4.5V and 4.6V: Qwen's preprocessing, learned position embeddings interpolated bicubically; patches are merged by a convolution,
-then a gated MLP. GLM-OCR's tower has QK norms instead of position embeddings."""
+"""GLM 4.1V, 4.5V, 4.6V and Glmga: Qwen's preprocessing, learned position embeddings interpolated bicubically; patches are merged by a
+convolution, then a gated MLP. GLM-OCR's tower has QK norms instead of position embeddings.
+
+Glmga is 4.6V with a processor that may round sizes more coarsely. transformers' PIL variant of it never does; its default one, which is
+followed here, does.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +36,26 @@ class Glm4v(QwenPatches):
     """A picture's points are counted as often as it has frames. `biased_ffn`: attention_bias is of all matrices of a layer, not of those
     of queries, keys and values alone."""
 
-    KINDS = {kind + end: USUAL for kind in ("glm4v", "glm4v_moe", "glm46v") for end in ("_vision", "")}
-    PROCESSORS = ("Glm4vImageProcessor", "Glm46VImageProcessor")
+    KINDS = {kind + end: USUAL for kind in ("glm4v", "glm4v_moe", "glm46v", "glmga") for end in ("_vision", "")}
+    PROCESSORS = ("Glm4vImageProcessor", "Glm46VImageProcessor", "GlmgaImageProcessor")
     SIZE = (112 * 112, 28 * 28 * 15_000)
     placeholder = "<|image|>"
     biased_ffn = False
+    expanded = 1
 
     def configure(self, keys: Keys) -> None:
+        if self.source.config["model_type"] == "glmga":
+            self.expanded = keys.integer("patch_expand_factor", 1, high=16)
         super().configure(keys)
         self.least, self.most = self.least / self.frames, self.most / self.frames
 
+    @property
+    def unit(self) -> int:
+        return super().unit * self.expanded
+
     def sized(self, height: int, width: int) -> tuple[int, int]:
         check_aspect_ratio(height, width)
-        unit = self.patch * self.joined
+        unit = self.unit
         if min(height, width) < unit:
             grow = max(unit / height, unit / width)
             height, width = int(height * grow), int(width * grow)

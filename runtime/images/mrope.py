@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 # model_type -> default section sizes, and whether sections are interleaved.
 SECTIONS = {"ernie4_5_moe_vl": ((22, 22, 20), False), "ernie4_5_vl_moe": ((22, 22, 20), False), "glm46v": ((8, 12, 12), False),
             "glm4v": ((8, 12, 12), False), "glm4v_moe": ((8, 12, 12), False), "glm_ocr": ((8, 12, 12), False),
+            "glmga": ((8, 12, 12), False),
             "paddleocr_vl": ((16, 24, 24), False), "qwen2_vl": ((16, 24, 24), False), "qwen2_5_vl": ((16, 24, 24), False),
             "qwen2_5_omni": ((16, 24, 24), False), "qwen3_omni_moe": ((24, 20, 20), True), "qwen3_vl": ((24, 20, 20), True),
             "qwen3_vl_moe": ((24, 20, 20), True), "qwen3_5": ((11, 11, 10), True), "qwen3_5_moe": ((11, 11, 10), True),

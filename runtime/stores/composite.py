@@ -41,7 +41,7 @@ UNTIED = ("apertus1p5", "deepseek_ocr", "deepseek_ocr2", "glm5_next", "idefics2"
           "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
 # Untied by default too, and tied if either the outer object or text_config says so; a head that is stored nevertheless is used.
 TIED_AS_TEXT = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision", "internvl_chat",
-             "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "kimi_vl", "llama4", "llava",
+             "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "idefics3", "kimi_k25", "kimi_vl", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "perception_lm", "qwen2_5_vl",
              "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.HYPERCLOVAX_VISION,
              *families.NEMOTRON_VISION)
