@@ -169,7 +169,7 @@ def tiers(prepared: Prepared, work: Work, roofs: Roofs, width: int = BAR, disk: 
     if (neurons := describe_neurons(work, roofs)) is not None:
         lines.append(("neurons", neurons))
     if placement.kv_disk_bytes:
-        whole = placement.kv_disk_bytes + placement.kv_bytes
+        whole = placement.kv_disk_bytes + placement.kv_bytes - placement.kv_ring_bytes
         lines.append(("" if residency is not None else disk, f"{bar(((CACHE, placement.kv_disk_bytes),), whole, width)} "
                      f"{format_size(placement.kv_disk_bytes)} of {format_size(whole)} of cache, with a full context"))
     return lines

@@ -61,7 +61,7 @@ class Placement:
     devices: tuple[str, ...]  # "cpu" or "cuda" for each layer
     ctx: int
     weights_bytes: int
-    kv_bytes: int  # with pages on disk, those in memory
+    kv_bytes: int  # with pages on disk, what is in memory: pages, exact tokens and `kv_ring_bytes`
     workspace_bytes: int
     baseline_bytes: int
     total_bytes: int  # host memory, slack included
@@ -79,6 +79,7 @@ class Placement:
     disk_layers: tuple[int, ...] = ()  # layers of which a token reads weights from disk
     copied_from: int | None = None  # passes of at least this many tokens copy host layers to the GPU; None: none does
     always_bytes: int = 0  # weights that stay in memory while others stream (`Demand.always_nbytes`); 0 if everything fits
+    kv_ring_bytes: int = 0  # of `kv_bytes`, buffers for pages that are read from or written to the disk
 
     @property
     def tiers(self) -> tuple[str, ...]:

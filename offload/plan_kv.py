@@ -221,7 +221,7 @@ def _placement(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | N
     memory_nbytes = demand.kv_fixed + spill.ring + pages * page
     how_read = "of which a token reads few pages" if spill.is_sparse else "read for every token"
     notes = [Fallback(f"with a full context {format_size(on_disk * page)} of the KV cache are on disk, {how_read}; "
-                      f"{format_size(memory_nbytes)} of it stay in memory")]
+                      f"{format_size(memory_nbytes - spill.ring)} of it stay in memory")]
     if residency is not None and residency.streamed and not demand.units:
         notes.append(Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory either and are read for every "
                               "token too"))
@@ -232,4 +232,4 @@ def _placement(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | N
     return Placement(("cpu",) * demand.layers, ctx, sum(block.nbytes for block in demand.weights), memory_nbytes,
                      demand.workspace + spill.workspace, demand.baseline, total_bytes, budget, tuple(notes), 0, residency,
                      demand.kv_bytes_per_token, kv_pages=pages, kv_disk_bytes=on_disk * page,
-                     always_bytes=0 if residency is None else demand.always_nbytes)
+                     always_bytes=0 if residency is None else demand.always_nbytes, kv_ring_bytes=spill.ring)

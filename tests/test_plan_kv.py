@@ -38,6 +38,8 @@ def test_a_cache_that_fits_stays_in_memory() -> None:
 
 def test_an_asked_context_that_does_not_fit_goes_to_the_disk_and_adds_up() -> None:
     placed = tiers(1200, 16_384)
+    in_memory = placed.kv_bytes - placed.kv_ring_bytes
+    assert placed.kv_ring_bytes == SPILL.ring and in_memory + placed.kv_disk_bytes == tiers(4000, 16_384).kv_bytes, "no byte is in both"
     page, pages = 100_000 * PAGE, placed.kv_pages
     assert placed.ctx == 16_384 and placed.residency is None, "all weights stay: they are read from the first token on"
     assert placed.kv_bytes == 7 * MB + 20 * MB + pages * page and placed.kv_disk_bytes == (128 - pages) * page
