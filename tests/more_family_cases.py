@@ -41,6 +41,7 @@ SIGHTS = {"hyperclovax_vision_v2": {"model_type": "qwen2_5_vl_vision", "depth": 
               "image_size": 32}),
           "apertus1p5": {"codebook_size": 16, "embed_dim": 8, "latent_channels": 8, "base_channels": 32, "num_res_blocks": 1,
                          "channel_multiplier": [1, 1], "attn_resolutions": [], "resolution": 32},
+          "hy_v4_vl": {**SIGHT, "out_hidden_size": 64},
           "ernie4_5_vl_moe": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8},
           "deepseek_ocr2": {"sam_config": {"hidden_size": 16, "mlp_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                                            "image_size": 32, "patch_size": 8, "output_channels": 8, "downsample_channels": [8, 32]},

@@ -118,6 +118,15 @@ def test_what_it_cannot_be_is_named(key: str, value: object) -> None:
     refused({**PUBLISHED, key: value}, key)
 
 
+def test_the_model_that_takes_images_is_a_larger_one_of_the_same_kind() -> None:
+    """Several positions of a token are equal in a text."""
+    raw = json.loads(CONFIG_MAPPING["hy_v4_vl"]().to_json_string())
+    made = parse_config(raw, strict=True)
+    assert made.family == "hy_v4" and made.num_hidden_layers == 78 and made.rope.kind == "default" and not made.tie_word_embeddings
+    silent = parse_config({"model_type": "hy_v4_vl", "text_config": {"model_type": "hy_v4_vl_text"}})
+    assert replace(silent, dtype=made.dtype, warnings=made.warnings) == made
+
+
 def test_what_the_makers_config_says_beside_that() -> None:
     switched = {"enable_ihc": True, "enable_lm_head_fp32": True, "gated_mla": True, "gating_type": "elementwise", "learnable_sink": True}
     assert parse_config({**PUBLISHED, **switched}, strict=True) == parse_config(PUBLISHED)

@@ -58,6 +58,7 @@ NEWEST = {
     "zaya, windows, longer convolutions, bfloat16": Case("zaya", {
         **ZAYA, "cca_time0": 3, "cca_time1": 4, "num_key_value_heads": 1, "sliding_window": 40, "tie_word_embeddings": False,
         "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}, dtype="bfloat16"),
+    "hy_v4_vl": Case("hy_v4_vl_text", {**HY_4, **rope("default", mrope_section=[4, 2, 2]), "rope_interleave": True}, inside="hy_v4_vl"),
     "hy_v4": Case("hy_v4", {**HY_4, "vocab_size": 301}),
     "hy_v4, three streams, other layers, groups, tied, bfloat16": Case("hy_v4", {
         **HY_4, "num_hidden_layers": 5, "hc_mult": 3, "hc_eps": 1e-3, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "dense"],

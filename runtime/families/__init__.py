@@ -98,7 +98,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "glmasr": ("llama",),
     "glm5_next": ("glm5_next_text",), "granite4_vision": ("granite4_vision_text", "granite"),
     "got_ocr2": ("qwen2",), "granite_docling": ("granite_docling_text",),
-    "granite_speech": ("granite",), "hunyuan_vl": ("hunyuan_vl_text",),
+    "granite_speech": ("granite",), "hunyuan_vl": ("hunyuan_vl_text",), "hy_v4_vl": ("hy_v4_vl_text",),
     **dict.fromkeys(HYPERCLOVAX_VISION, ("hyperclovax",)),
     "idefics2": ("mistral",), "idefics3": ("llama",), "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"),
     "internvl_chat": ("qwen2", "qwen3", "llama", "qwen3_moe", "internlm2"),
@@ -122,12 +122,12 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
 PREFIX_STRIPPED = (*NEMOTRON_VISION, *HYPERCLOVAX_VISION, "apertus1p5", "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision",
                    "cohere_compass", "deepseek_ocr", "deepseek_ocr2", "deepseek_vl", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5",
                    "fast_vlm", "glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "glmga", "got_ocr2", "granite4_vision",
-                   "granite_docling", "granite_speech", "hunyuan_vl", "idefics2", "idefics3", "internvl", "internvl_chat", "janus",
-                   "kimi_k25", "kimi_vl", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
-                   "llava_qwen2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama",
-                   "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma", "perception_lm", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl",
-                   "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm",
-                   "step3p7", "unlimited_ocr", "voxtral")
+                   "granite_docling", "granite_speech", "hunyuan_vl", "hy_v4_vl", "idefics2", "idefics3", "internvl", "internvl_chat",
+                   "janus", "kimi_k25", "kimi_vl", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
+                   "llava_qwen2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer",
+                   "ovis2", "paddleocr_vl", "paligemma", "perception_lm", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio",
+                   "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7",
+                   "unlimited_ocr", "voxtral")
 CAUSAL_LM_COMPOSITES = ("llava_qwen2",)  # their architectures end in ForCausalLM
 PREFIX_LM = ("paligemma",)  # prompts with images are bidirectional
 # A `model_type` that is another name of a family -> the family.
@@ -136,7 +136,7 @@ MODEL_TYPE_ALIASES: Mapping[str, str] = {
     "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
     "granite4_vision_text": "granite", "granite_docling_text": "granite",
-    "glm_ocr_text": "glm4", "hunyuan_vl_text": "hunyuan_v1_dense",
+    "glm_ocr_text": "glm4", "hunyuan_vl_text": "hunyuan_v1_dense", "hy_v4_vl_text": "hy_v4",
     "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "minimax_m1": "minimax", "minimax_text_01": "minimax",
     "modernbert-decoder": "modernbert_decoder", "nemotron-nas": "nemotron_nas", "paddleocr_vl_text": "llama", "phi4mm": "phi4_multimodal",
     "qwen2_5_omni_text": "qwen2",
@@ -156,6 +156,8 @@ MODEL_TYPE_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "granite_docling_text": {"attention_multiplier": 0.015625, "embedding_multiplier": 12.0, "eos_token_id": 100_257,
                              "logits_scaling": 4.0, "max_position_embeddings": 32_768, "num_key_value_heads": 4,
                              "residual_multiplier": 0.263, "rms_norm_eps": 1e-5},
+    "hy_v4_vl_text": {"hidden_size": 6144, "index_n_heads": 32, "intermediate_size": 18_432, "moe_intermediate_size": 2048,
+                      "num_attention_heads": 64, "num_hidden_layers": 78, "q_lora_rank": 2048},
     "llama_bidirec": {"is_causal": False},
     # `postnorm: false` is another block, which the family refuses; it is the default of the code that these bring.
     "minimax_m1": {"postnorm": False}, "minimax_text_01": {"postnorm": False},

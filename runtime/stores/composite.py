@@ -37,8 +37,8 @@ OUTER_HARMLESS = frozenset({
     "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id",
     "weight_share_add_bias", "window_size"})
 # Composite models whose head is not tied by default; that of all others is.
-UNTIED = ("apertus1p5", "deepseek_ocr", "deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni",
-          "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
+UNTIED = ("apertus1p5", "deepseek_ocr", "deepseek_ocr2", "glm5_next", "hy_v4_vl", "idefics2", "mistral_large4", "molmo2", "qianfan_ocr",
+          "qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
 # Untied by default too, and tied if either the outer object or text_config says so; a head that is stored nevertheless is used.
 TIED_AS_TEXT = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision", "internvl_chat",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "idefics3", "kimi_k25", "kimi_vl", "llama4", "llava",
