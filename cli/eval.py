@@ -218,12 +218,15 @@ def window_options(ref: ModelRef, engine: EngineFlags, screen: Screen) -> Engine
 
 def reference_options(options: EngineOptions, measured: Engine, same_weights: bool) -> EngineOptions:
     """The options of the reference run: an exact cache, with the sink and window of the measured run so that prompts are split into the
-    same chunks. A reference with other weights keeps float32 activations, as with `--exact`. Flags that only concern the measured run are
-    dropped, as they would be reported as useless; so is `strict`, since placement does not change results."""
+    same chunks. Raw weights, and a reference with other weights, keep float32 activations, as with `--exact`. Flags that only concern the
+    measured run are dropped, as they would be reported as useless; so is `strict`, since placement does not change results."""
     from dataclasses import replace
 
+    from ..runtime.source import is_low_bit
+
     ends = {"kv_sink": measured.cache.shape.sinks, "kv_window": measured.prepared.window}
-    return replace(options, kv="32bit", **ends, kv_ram=None, kv_read="exact", strict=False, exact=options.exact or not same_weights,
+    exact = options.exact or not (same_weights and is_low_bit(measured.prepared.folder))
+    return replace(options, kv="32bit", **ends, kv_ram=None, kv_read="exact", strict=False, exact=exact,
                    from_settings=options.from_settings | ends.keys(),
                    kernel=options.kernel if same_weights else "auto")
 
