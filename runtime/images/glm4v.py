@@ -50,12 +50,12 @@ class Glm4v(QwenPatches):
         self.least, self.most = self.least / self.frames, self.most / self.frames
 
     @property
-    def unit(self) -> int:
-        return super().unit * self.expanded
+    def size_multiple(self) -> int:
+        return super().size_multiple * self.expanded
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         check_aspect_ratio(height, width)
-        unit = self.unit
+        unit = self.size_multiple
         if min(height, width) < unit:
             grow = max(unit / height, unit / width)
             height, width = int(height * grow), int(width * grow)

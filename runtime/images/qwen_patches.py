@@ -46,11 +46,11 @@ class QwenPatches(VisionTower):
         self.frames = self.tower_config.integer("temporal_patch_size", 2, high=16)
         self.least, self.most = self.bounds(keys)
         self.demand_same(keys, patch_size=self.patch, merge_size=self.joined)
-        if self.most < self.unit**2:
+        if self.most < self.size_multiple**2:
             raise keys.fail("max_pixels", "room for a patch, and images that are made to fit")
 
     @property
-    def unit(self) -> int:
+    def size_multiple(self) -> int:
         """The sides of a resized image are multiples of so many pixels."""
         return self.patch * self.joined
 
@@ -71,7 +71,7 @@ class QwenPatches(VisionTower):
     def fitted(self, height: int, width: int, least: float, most: float, frames: int = 1) -> tuple[int, int]:
         """A size in whole squares, within bounds for the pixels of `frames` frames together."""
         check_aspect_ratio(height, width)
-        unit = self.unit
+        unit = self.size_multiple
         high, wide = round(height / unit) * unit, round(width / unit) * unit
         together = high * wide * (frames if frames == 1 else round(frames / self.frames) * self.frames)
         if together > most:
