@@ -270,7 +270,7 @@ def test_weights_in_fp8_are_read_by_the_published_names(folder: Path, tmp_path: 
         made.mkdir()
         (made / "config.json").write_text(json.dumps(config | more))
         save_file(tensors, made / "model.safetensors", {"format": "pt"})
-    engines = [opened(each, kv="16bit") for each in (exact, low)]
+    engines = [opened(each, kv="16bit", exact=True) for each in (exact, low)]
     rows = [read_afresh(each, IDS[:150]) for each in engines]
     for each in engines:
         each.close()

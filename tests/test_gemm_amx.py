@@ -17,6 +17,7 @@ from effllm.kernels import target
 from effllm.kernels.compile import kernel
 from effllm.kernels.cpu import amx, candidates, gemm, gemm_amx, linear
 from effllm.kernels.cpu.amx import QUAD_NBYTES
+from effllm.kernels.cpu.bf16_pairs import HAS_PAIRS
 from effllm.kernels.cpu.gemm_scaled import (
     SCALED_SHIFT,
     scaled_codebook_2,
@@ -121,13 +122,13 @@ def test_two_bytes_are_nearer_to_the_exact_product_than_groups_with_bytes(pools)
         assert np.sqrt(((got - exact) ** 2).mean() / (exact**2).mean()) < 3e-4, text
 
 
-def test_floats_of_eight_bits_stay_with_float32(monkeypatch):
-    """Their products round nothing, which no number of two bytes could promise. Holds where there is no such unit too: only the choice is
-    asked."""
+def test_floats_of_eight_bits_stay_floats(monkeypatch):
+    """No integer of two bytes holds their range. Holds where there is no such unit too: only the choice is asked."""
     monkeypatch.setattr(candidates, "AMX", True)
     registry = candidates.default_registry()
     taken = {stored: registry.select(Call(LOW_BIT, stored, 100, bits=8)).candidate.name for stored in ("float", "symmetric", "super")}
-    assert taken == {"float": "eight-bit floats, register tiles", "symmetric": "int8 tiles, amx", "super": "int8 tiles, amx"}
+    floats = "bf16 pairs, avx512" if HAS_PAIRS else "register tiles"
+    assert taken == {"float": f"eight-bit floats, {floats}", "symmetric": "int8 tiles, amx", "super": "int8 tiles, amx"}
 
 
 def test_a_system_that_gives_no_tiles_is_compiled_for_without_them(monkeypatch):

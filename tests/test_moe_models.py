@@ -140,7 +140,7 @@ def test_an_expert_is_judged_by_its_own_tokens(source: Path) -> None:
         if isinstance(event, LayerStats) and event.key == layer:
             found = {role: event.roles[role] for role in event.roles}
     assert set(found) == {"q", "k", "v", "o", *(families.expert_role(e, role) for e in range(EXPERTS) for role in ("gate", "up", "down"))}
-    engine = opened(source)
+    engine = opened(source, exact=True)
     entered: list[np.ndarray] = []
     hidden: dict[int, list[np.ndarray]] = {}
     rows: dict[int, list[np.ndarray]] = {}

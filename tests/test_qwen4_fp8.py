@@ -58,8 +58,8 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, obje
 
 def test_it_answers_as_what_it_means_in_memory_and_from_the_disk(folders: tuple[Path, Path]) -> None:
     """Codes of experts are multiplied as they are, and rows of the table are those that a token needs."""
-    engines = (opened(folders[0], kv="32bit"), opened(folders[1], kv="32bit", exact=True),
-               paging(folders[0], 9, kv="32bit", ctx=CTX, chunk=128))
+    engines = (opened(folders[0], kv="32bit", exact=True), opened(folders[1], kv="32bit", exact=True),
+               paging(folders[0], 9, kv="32bit", ctx=CTX, chunk=128, exact=True))
     assert any("rows of n-grams are widened to f16 as they are read" in line for line in engines[0].model.store.notices)
     assert {str(tensor.spec) for role, tensor in engines[0].model.tensors[0].items() if role.startswith("experts.")} == {"float8:128"}
     found = [read_afresh(engine, IDS[:200]).copy() for engine in engines]

@@ -310,7 +310,7 @@ def test_programs_of_lm_studio_are_answered_at_its_paths(server):
     assert listed["object"] == "list" and server.request("GET", "/api/v0/models/fable").json == model
     assert {name: model[name] for name in ("id", "object", "type", "publisher", "arch", "compatibility_type", "state", "capabilities")} == {
         "id": "fable", "object": "model", "type": "llm", "publisher": "effllm", "arch": "llama", "compatibility_type": "mlx",
-        "state": "loaded", "capabilities": ["tool_use"]}
+        "state": "loaded", "capabilities": []}
     assert model["max_context_length"] == model["loaded_context_length"] == 2048 and model["quantization"]
     asked = {"model": "fable", "messages": MESSAGES, "temperature": 0, "max_tokens": 8}
     assert server.request("POST", "/api/v0/chat/completions", asked).json["choices"] == server.chat(max_tokens=8).json["choices"]
