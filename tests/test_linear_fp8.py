@@ -72,5 +72,5 @@ def test_fp8_and_bf16_matrices_share_packed_inputs(pools):
     alone = ops.norm_linear(x, NO_NORM, [matrix])[0].copy()
     with ops.shared_input():
         first = ops.norm_linear(x, NO_NORM, [matrix])[0].copy()
-        assert not ops.must_pack("panels", linear_bf16.ROUNDED)
+        assert not ops.must_pack("panels", linear_bf16.pack_columns)
         assert np.array_equal(ops.norm_linear(x, NO_NORM, [matrix])[0], first) and np.array_equal(first, alone)

@@ -43,6 +43,7 @@ from .int8_ir import INSTRUCTION_SET
 from .intrinsics import HAS_HALF
 from .linear_amx import AMX_FLOATS
 from .ops import CpuOps
+from .panel_products import FLOAT32
 from .stages import FEW_TOKENS, LOW_BIT
 
 if TYPE_CHECKING:
@@ -170,9 +171,9 @@ def default_registry(only: str | None = None, exact: bool = False, by_neuron: bo
           if AMX_FLOATS and not by_neuron else []),
         *([Candidate("matrix", "bf16 pairs, avx512", _bf16_only, linear_bf16.run_many, BF16_PAIRS)]
           if rounds_activations("bf16", exact, by_neuron) else []),
-        Candidate("matrix", "register tiles", _declines_without_half, CpuOps.many_columns, WIDENED_ONCE),
+        Candidate("matrix", "register tiles", _declines_without_half, FLOAT32, WIDENED_ONCE),
         Candidate("matrix", f"few columns, {BY_SHIFTS}", _up_to(_declines), CpuOps.few_columns, NO_HALF, fallback=True),
-        Candidate("matrix", f"register tiles, {BY_SHIFTS}", _declines, CpuOps.many_columns, NO_HALF, fallback=True),
+        Candidate("matrix", f"register tiles, {BY_SHIFTS}", _declines, FLOAT32, NO_HALF, fallback=True),
         Candidate("matrix", NUMPY, _accepts_all, CpuOps.by_reference, NO_KERNEL, fallback=True),
         *([Candidate(LOW_BIT, "float32 tiles", low_bit.declines, low_bit.run_exact, EXACT_ACTIVATIONS)] if exact else []),
         Candidate(LOW_BIT, f"table lookup, {INSTRUCTION_SET}", few_low_bit[1], low_bit.run_few, LOOKUP_FASTER),

@@ -73,7 +73,7 @@ from .gemm_tiles import (
 from .inner_loops import TILE_COLUMNS, tile_product
 from .inner_loops import TILE_ROWS as FLOAT_ROWS
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u32_at
-from .linear import ADD, DEPTH_BLOCK, GATED, MANY_BLOCK
+from .linear import ADD, DEPTH_BLOCK, GATED, MANY_BLOCK, store_block
 from .work_distribution import matrix_of
 
 # Slots of the argument block; the matrices follow, as in `gemm_stripes.py`.
@@ -367,9 +367,4 @@ def multiply_exact(args, worker, counter):
                 for strip in range(strips):
                     tile_product(wide + 4 * strip * FLOAT_ROWS * DEPTH_BLOCK, 4 * DEPTH_BLOCK, b, 4 * TILE_COLUMNS,
                                  sums + 4 * (strip * FLOAT_ROWS * columns + panel * TILE_COLUMNS), 4 * columns, span, 1 if start else 0)
-        c, out, bias = f32_at(sums), f32_at(a[matrix + OUT]), a[matrix + BIAS]
-        for t in range(tokens):
-            at = t * a[matrix + OUT_STRIDE] + first
-            for row in range(rows):
-                value = c[row * columns + t] + (f32_at(bias)[first + row] if bias != 0 else ZERO)
-                out[at + row] = out[at + row] + value if a[MODE] == ADD else value
+        store_block(sums, columns, tokens, first, rows, a[matrix + BIAS], a[matrix + OUT], a[matrix + OUT_STRIDE], a[MODE])

@@ -42,6 +42,16 @@ def biased(value, bias, row):
 
 
 @inlined()
+def store_block(sums, columns, tokens, first, rows, bias, out, stride, mode):
+    """Sums of a block of rows, float32 [rows, columns] at an address, with their biases to y[t, first + row]; `mode` PLAIN or ADD."""
+    c, y = f32_at(sums), f32_at(out)
+    for t in range(tokens):
+        for row in range(rows):
+            value = biased(c[row * columns + t], bias, first + row)
+            y[t * stride + first + row] = value + y[t * stride + first + row] if mode == ADD else value
+
+
+@inlined()
 def _stream_rows(pitch):
     """Rows that one stream reads in sequence: about 128 KiB."""
     return min(MAX_STREAM_ROWS, max(1, STREAM_NBYTES // pitch))
@@ -159,7 +169,7 @@ def many_columns(args, worker, counter):
         row_of, block = matrix_of(a, fetch_add(counter, 1), FIRST, matrices, FIELDS, ROWS, MANY_BLOCK)
         if row_of < 0:
             return
-        dtype, stride, bias = a[row_of + DTYPE], a[row_of + OUT_STRIDE], a[row_of + BIAS]
+        dtype = a[row_of + DTYPE]
         item = 4 if dtype == F32 else 2
         first = block * MANY_BLOCK
         rows = min(MANY_BLOCK, a[row_of + ROWS] - first)
@@ -177,8 +187,4 @@ def many_columns(args, worker, counter):
                 for tile in range(tiles):
                     tile_product(wide + 4 * tile * TILE_ROWS * DEPTH_BLOCK, 4 * DEPTH_BLOCK, b, 4 * TILE_COLUMNS,
                                  sums + 4 * (tile * TILE_ROWS * columns + panel * TILE_COLUMNS), 4 * columns, span, 1 if start else 0)
-        c, out = f32_at(sums), f32_at(a[row_of + OUT])
-        for t in range(tokens):
-            for row in range(rows):
-                value = biased(c[row * columns + t], bias, first + row)
-                out[t * stride + first + row] = value + out[t * stride + first + row] if mode == ADD else value
+        store_block(sums, columns, tokens, first, rows, a[row_of + BIAS], a[row_of + OUT], a[row_of + OUT_STRIDE], mode)

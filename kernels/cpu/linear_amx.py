@@ -10,10 +10,6 @@ Panels have 32 tokens; a span of SPAN inputs of all of them is in the L2 cache, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
 from numpy import float32, int64
 
 from ..compile import cpu_features, kernel
@@ -29,7 +25,6 @@ from .linear import (
     EPS,
     FIELDS,
     FIRST,
-    GATED,
     MATRICES,
     MODE,
     NORM,
@@ -37,7 +32,6 @@ from .linear import (
     NORM_WEIGHT,
     OUT,
     OUT_STRIDE,
-    PLAIN,
     ROWS,
     SCRATCH,
     SCRATCH_STRIDE,
@@ -46,11 +40,8 @@ from .linear import (
     X,
     biased,
 )
+from .panel_products import PanelProduct
 from .work_distribution import matrix_of
-
-if TYPE_CHECKING:
-    from ...quant.weight import Linear, Norm
-    from .ops import CpuOps
 
 AMX_FLOATS = AMX and "amx-bf16" in cpu_features()
 PANEL, PAIR = 2 * AMX_ROWS, 2 * AMX_ROWS  # tokens, rows
@@ -59,7 +50,6 @@ PAIR_NBYTES = 2 * PAIR * SPAN
 # Scratch of a worker: tile configuration, pairs of a block's rows, padding rows of a block, then sums of all panels.
 PAIRS_AT = CONFIG_NBYTES
 SUMS_AT = PAIRS_AT + BLOCK_ROWS // PAIR * PAIR_NBYTES
-SPLIT = -2  # packing of this module, for `CpuOps.must_pack`
 
 
 def scratch_floats(tokens: int, depth: int) -> int:
@@ -132,18 +122,4 @@ def multiply(args, worker, counter):
                     y[first + row + i] = y[first + row + i] + value if mode == ADD else value
 
 
-def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
-             act: str) -> None:
-    """Many columns of bfloat16 weights."""
-    if mode == GATED:
-        gate, up = outs[0], ops.workspace.take("up", *outs[0].shape)
-        run_many(ops, x, norm, linears, [gate, up], PLAIN, act)
-        ops.gate(gate, up, act)
-        return
-    tokens, depth = x.shape
-    panels = ops.workspace.take("panels", panel_floats(tokens, depth))
-    if ops.must_pack("panels", SPLIT):
-        ops.fill(ops.address_of(x), tokens, depth, norm, PLAIN, act, linears[:1], [panels])
-        ops.run(pack_columns, ops.args_address, True, ops.args)
-    ops.fill(ops.address_of(panels), tokens, depth, None, mode, act, linears, outs)
-    ops.run(multiply, ops.args_address, True, ops.args)
+run_many = PanelProduct(panel_floats, pack_columns, multiply)

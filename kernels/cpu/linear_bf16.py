@@ -11,10 +11,6 @@ is one chain in the order of inputs: results depend neither on other tokens nor 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
 from numpy import float32, int64
 
 from ..compile import kernel
@@ -22,16 +18,13 @@ from ..lazy_numba import inlined
 from .arithmetic import normed_row
 from .bf16_pairs import PAIRS_STEP, half_pair_tile, pair_tile, round_row, transpose_pairs
 from .inner_loops import TILE_COLUMNS, TILE_ROWS
-from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at
+from .intrinsics import f64_at, fetch_add, i64_at, u16_at
 from .linear import (
-    ADD,
     BIAS,
     DEPTH,
     EPS,
     FIELDS,
-    FINE,
     FIRST,
-    GATED,
     MATRICES,
     MODE,
     NORM,
@@ -39,27 +32,22 @@ from .linear import (
     NORM_WEIGHT,
     OUT,
     OUT_STRIDE,
-    PLAIN,
     ROWS,
     SCRATCH,
     SCRATCH_STRIDE,
     TOKENS,
     WEIGHT,
     X,
-    biased,
+    store_block,
 )
+from .panel_products import FLOAT32, PanelProduct
 from .work_distribution import matrix_of
-
-if TYPE_CHECKING:
-    from ...quant.weight import Linear, Norm
-    from .ops import CpuOps
 
 STEP = 2 * PAIRS_STEP  # inputs are padded with zeros to a multiple
 BLOCK_ROWS = 96  # a multiple of TILE_ROWS
 SPAN = 512  # inputs
 PITCH = 2 * SPAN + 64  # bytes between copied rows: neighbors are in other sets of the L1 cache
 MAX_IN_PLACE = 128  # tokens up to which rows are multiplied where they are; for more copying them pays
-ROUNDED = -3  # packing of this module, for `CpuOps.must_pack`
 
 
 def scratch_floats(tokens: int, depth: int) -> int:
@@ -162,28 +150,7 @@ def multiply(args, worker, counter):
         if tiled < rows:
             _multiply_copied(weights + 2 * tiled * depth, depth, rows - tiled, int64(0), copies, a[X], tokens, padded,
                              sums + 4 * tiled * columns, columns)
-        c, out, stride = f32_at(sums), f32_at(a[m + OUT]), a[m + OUT_STRIDE]
-        for t in range(tokens):
-            for row in range(rows):
-                value = biased(c[row * columns + t], a[m + BIAS], first + row)
-                out[t * stride + first + row] = value + out[t * stride + first + row] if mode == ADD else value
+        store_block(sums, columns, tokens, first, rows, a[m + BIAS], a[m + OUT], a[m + OUT_STRIDE], mode)
 
 
-def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
-             act: str) -> None:
-    """Many columns of bfloat16 weights."""
-    if mode == FINE:
-        ops.many_columns(x, norm, linears, outs, mode, act)
-        return
-    if mode == GATED:
-        gate, up = outs[0], ops.workspace.take("up", *outs[0].shape)
-        run_many(ops, x, norm, linears, [gate, up], PLAIN, act)
-        ops.gate(gate, up, act)
-        return
-    tokens, depth = x.shape
-    panels = ops.workspace.take("panels", panel_floats(tokens, depth))
-    if ops.must_pack("panels", ROUNDED):
-        ops.fill(ops.address_of(x), tokens, depth, norm, PLAIN, act, linears[:1], [panels])
-        ops.run(pack_columns, ops.args_address, True, ops.args)
-    ops.fill(ops.address_of(panels), tokens, depth, None, mode, act, linears, outs)
-    ops.run(multiply, ops.args_address, True, ops.args)
+run_many = PanelProduct(panel_floats, pack_columns, multiply, fine=FLOAT32)

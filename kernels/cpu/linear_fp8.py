@@ -8,18 +8,13 @@ words [pair][16 rows], once for all panels. From 64 tokens on this is 1.8 times 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import numpy as np
 from llvmlite import ir
 
 from ..compile import kernel
-from ..layout import activation_number
 from ..lazy_numba import inlined, llvm_intrinsic, types
 from ..tiles import ROWS as STRIP_ROWS
 from ..tiles import TILE
-from . import linear, linear_bf16, low_bit
+from . import linear_bf16, low_bit
 from .bf16_pairs import PAIRS_STEP, multiply_pairs
 from .gemm import COUNT, DEPTH, FIRST, MATRICES, MODE, SCRATCH, SCRATCH_STRIDE, X
 from .gemm_formats import BIAS, CODES, FIELDS, GROUP, OUT, OUT_STRIDE, ROW_SCALES, ROWS, SCALES, stored_depth
@@ -27,12 +22,9 @@ from .inner_loops import TILE_COLUMNS
 from .int8_ir import FLOATS, WORDS, constant, fma, load, offset, splat, store
 from .intrinsics import I32, I64, f32_at, fetch_add, i64_at
 from .ir_loop import Loop
-from .linear import ADD, biased
+from .linear import store_block
+from .panel_products import PanelProduct
 from .work_distribution import matrix_of
-
-if TYPE_CHECKING:
-    from ...quant.weight import Linear, Norm
-    from .ops import CpuOps
 
 BLOCK_ROWS, SPAN = 64, 512  # a multiple of STRIP_ROWS; inputs, a multiple of all groups
 PAIR_NBYTES = 4 * STRIP_ROWS
@@ -144,34 +136,11 @@ def multiply(args, worker, counter):
             for strip in range(strips):
                 _multiply_strip(a, m, first // STRIP_ROWS + strip, start, count, group, stored // group, words + strip * STRIP_NBYTES,
                                 padded, sums + 4 * strip * STRIP_ROWS * columns, columns)
-        c, out, scales = f32_at(sums), f32_at(a[m + OUT]), f32_at(a[m + ROW_SCALES] + 4 * first)
-        for t in range(tokens):
-            at = t * a[m + OUT_STRIDE] + first
-            for row in range(rows):
-                value = biased(c[row * columns + t] * scales[row], a[m + BIAS], first + row)
-                out[at + row] = out[at + row] + value if mode == ADD else value
+        c, scales = f32_at(sums), f32_at(a[m + ROW_SCALES] + 4 * first)
+        for row in range(rows):
+            for t in range(tokens):
+                c[row * columns + t] *= scales[row]
+        store_block(sums, columns, tokens, first, rows, a[m + BIAS], a[m + OUT], a[m + OUT_STRIDE], mode)
 
 
-def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
-             act: str) -> None:
-    """Many columns of fp8 weights."""
-    if mode == linear.FINE:
-        low_bit.run_exact(ops, x, norm, linears, outs, linear.PLAIN, act)
-        return
-    if mode == linear.GATED:
-        gate, up = outs[0], ops.workspace.take("up", *outs[0].shape)
-        run_many(ops, x, norm, linears, [gate, up], linear.PLAIN, act)
-        ops.gate(gate, up, act)
-        return
-    tokens, depth = x.shape
-    panels = ops.workspace.take("panels", linear_bf16.panel_floats(tokens, depth))
-    if ops.must_pack("panels", linear_bf16.ROUNDED):
-        ops.fill(ops.address_of(x), tokens, depth, norm, linear.PLAIN, act, (), ())
-        ops.args[linear.FIRST + linear.OUT] = ops.address_of(panels)
-        ops.run(linear_bf16.pack_columns, ops.args_address, True, ops.args)
-    block = [ops.address_of(panels), tokens, depth, 0, 0, 0, 0, ops.scratch, ops.scratch_stride, mode, activation_number(act), 0, 0,
-             len(linears)]
-    for matrix, out in zip(linears, outs):
-        block += [*low_bit.gemm_fields(matrix.weight, matrix.bias), ops.address_of(out), out.strides[0] // 4]
-    ops.args[: len(block)] = block
-    ops.run(multiply, ops.args_address, True, ops.args)
+run_many = PanelProduct(linear_bf16.panel_floats, linear_bf16.pack_columns, multiply, low_bit.fill_codes, low_bit.run_exact)

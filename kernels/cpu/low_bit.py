@@ -15,10 +15,10 @@ from ..layout import NORMS, ONE_SCALE, activation_number, is_activation
 from ..registry import Call
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import address
-from . import fp8_loops, gemm, gemm_amx, linear, lut, lut_layout, packed, packed_embedding, packed_formats, packed_matrix
+from . import fp8_loops, gemm, gemm_amx, linear, lut, lut_layout, packed, packed_embedding, packed_formats, packed_matrix, panel_products
 from .amx import AMX
-from .inner_loops import TILE_COLUMNS
 from .packed_matrix import FIELDS
+from .panel_products import PanelProduct
 
 if TYPE_CHECKING:
     from ...quant.weight import Linear, Norm, Weight
@@ -170,29 +170,16 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
         ops.run(multiply, ops.args_address, True, ops.args)
 
 
-def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
-              act: str) -> None:
-    """Any number of columns in float32: activations are not quantized, weights are exact."""
-    if mode == linear.GATED:
-        gate, up = outs[0], ops.workspace.take("up", *outs[0].shape)
-        run_exact(ops, x, norm, linears, [gate, up], linear.PLAIN, act)
-        ops.gate(gate, up, act)
-        return
-    tokens, depth = x.shape
-    panels = ops.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
-    kind = 0 if norm is None else NORMS[norm.kind]
-    head = [tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0, ops.scratch,
-            ops.scratch_stride, mode, activation_number(act)]
-    ops.args[: linear.FIRST + linear.FIELDS] = [ops.address_of(x), *head, 1, 0, 0, 0, 0, ops.address_of(panels), depth]
-    if norm is not None:
-        ops.reals[linear.EPS] = norm.eps
-    if ops.must_pack("panels", RAW):
-        ops.run(linear.pack_columns, ops.args_address, True, ops.args)
-    block = [ops.address_of(panels), *head, gemm.GROUPED, 0, len(linears)]
-    for matrix, out in zip(linears, outs):
+def fill_codes(ops: CpuOps, panels: int, tokens: int, depth: int, mode: int, linears: Sequence[Linear], outs: Sequence[np.ndarray]) -> None:
+    """Fill in the argument block of a float product with low-bit weights, from panels at an address."""
+    block = [panels, tokens, depth, 0, 0, 0, 0, ops.scratch, ops.scratch_stride, mode, 0, gemm.GROUPED, 0, len(linears)]
+    for matrix, out in zip(linears, outs, strict=True):
         block += [*gemm_fields(matrix.weight, matrix.bias), ops.address_of(out), out.strides[0] // 4]
     ops.args[: len(block)] = block
-    ops.run(gemm.multiply_exact, ops.args_address, True, ops.args)
+
+
+# Any number of columns in float32: activations are not quantized, weights are exact.
+run_exact = PanelProduct(panel_products.panel_floats, linear.pack_columns, gemm.multiply_exact, fill_codes)
 
 
 def gemm_fields(weight: Weight, bias: np.ndarray | None = None) -> list[int]:

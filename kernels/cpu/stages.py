@@ -21,7 +21,6 @@ from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Workspace, address
 from . import linear, lora, low_bit, packed, streamed_linear
-from .inner_loops import TILE_COLUMNS
 from .jobs import Jobs
 from .row_ops import MIN_PARALLEL_SIZE
 
@@ -152,22 +151,6 @@ class MatrixStages(Jobs):
             residual = outs[0] if mode == linear.ADD else None
             job = _Job(x, norm, tuple(linears), outs, act, self.args.copy(), parallel, kernel)
             self._cached_jobs[id(x), id(linears[0]), mode, id(residual)] = job
-
-    def many_columns(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
-                     act: str) -> None:
-        tokens, depth = x.shape
-        panels = self.workspace.take("panels", -(-tokens // TILE_COLUMNS) * TILE_COLUMNS, depth)
-        if self.must_pack("panels", low_bit.RAW):
-            self.fill(self.address_of(x), tokens, depth, norm, mode, act, linears[:1], [panels])
-            self.run(linear.pack_columns, self.args_address, True, self.args)
-        if mode != linear.GATED:
-            self.fill(self.address_of(panels), tokens, depth, None, mode, act, linears, outs)
-            self.run(linear.many_columns, self.args_address, True, self.args)
-            return
-        gate, up = outs[0], self.workspace.take("up", *outs[0].shape)
-        self.fill(self.address_of(panels), tokens, depth, None, linear.PLAIN, act, linears, [gate, up])
-        self.run(linear.many_columns, self.args_address, True, self.args)
-        self.gate(gate, up, act)
 
     def by_reference(self, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: list[np.ndarray], mode: int,
                      act: str) -> None:

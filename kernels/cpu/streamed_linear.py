@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import linear, linear_amx, linear_bf16, linear_fp8, low_bit
+from . import linear, low_bit
+from .panel_products import PanelProduct
 
 if TYPE_CHECKING:
     from ...quant.weight import Lease, Linear, Norm, RowPart
@@ -48,8 +49,7 @@ def _gated(ops: CpuOps, x: np.ndarray, norm: Norm | None, pair: Sequence[Linear]
     first = [matrix.part_linears[0][1] for matrix in pair]
     runner = ops._select_kernel(first[0], len(x), act)
     at_once = (len({low_bit.kind_of(matrix.weight) for matrix in first}) == 1 and low_bit.can_share_job(first)
-               and runner not in (type(ops).many_columns, linear_amx.run_many, linear_bf16.run_many, linear_fp8.run_many,
-                                  low_bit.run_exact))
+               and not isinstance(runner, PanelProduct))
     up = out if at_once else ops.workspace.take("up", *out.shape)
     parts = map(list, zip(_products(pair[0], out), _products(pair[1], up), strict=True))
     if at_once:  # kernels that apply gates take several pairs at once
