@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from low_bit_samples import NO_NORM, dims_for, low_bit, random_codes
-from test_linear_amx import near
+from panel_product_checks import near
 
 from effllm.kernels.cpu import bf16_pairs, linear_bf16, linear_fp8, packed
 from effllm.kernels.cpu.candidates import default_registry
